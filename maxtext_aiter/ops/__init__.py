@@ -1,0 +1,1 @@
+"""JAX ops: what users call. They know nothing of MaxText."""
