@@ -22,6 +22,6 @@ xla::ffi::Error Call(const char* name, F&& entry_point) {
   } catch (const std::exception& e) {
     return xla::ffi::Error::Internal(std::string("attention: AITER's ") + name + " failed: " + e.what());
   }
-  return xla::ffi::Error::Unimplemented(std::string("attention: AITER's ") + name +
-                                        " has no kernel for this shape, dtype and mask");
+  return xla::ffi::Error(xla::ffi::ErrorCode::kUnimplemented, std::string("attention: AITER's ") + name +
+                                                                  " has no kernel for this shape, dtype and mask");
 }
