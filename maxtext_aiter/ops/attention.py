@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 
 from maxtext_aiter import dispatch, jax_compat
 from maxtext_aiter.spec import AttentionSpec, SequenceLayout
@@ -280,8 +280,7 @@ for _primitive, _function, _abstract_eval in (
     _primitive.def_impl(jax_compat.eager_impl(_primitive))
     _primitive.def_abstract_eval(_abstract_eval)
     for _platform in ("cpu", "cuda", "rocm"):
-        _rule = mlir.lower_fun(functools.partial(_function, platform=_platform), multiple_results=True)
-        mlir.register_lowering(_primitive, _rule, platform=_platform)
+        jax_compat.register_lowering(_primitive, functools.partial(_function, platform=_platform), _platform)
 
 
 # --- batching -------------------------------------------------------------------------------------------
@@ -337,8 +336,10 @@ def _merge_sequences(layout, sequence, size):
 
 def _batched_first(operands, dims):
     """All operands with the mapped axis first, those without one repeated, and its size."""
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not batching.not_mapped)
-    return size, [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims)]
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    repeat = lambda x: jnp.broadcast_to(x, (size, *x.shape))
+    first = (repeat(x) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims))
+    return size, list(first)
 
 
 def _fwd_batching(operands, dims, *, spec, provider):
