@@ -12,7 +12,7 @@ from maxtext_aiter.spec import AttentionSpec
 _einsum = functools.partial(np.einsum, optimize=True)  # through BLAS
 
 
-def _visible(spec: AttentionSpec, sequence):
+def visible(spec: AttentionSpec, sequence):
     """Boolean [rows, seq_q, seq_k]: which keys each query sees."""
     layout = spec.layout
     left, right = spec.window
@@ -41,7 +41,7 @@ def reference(spec: AttentionSpec, q, k, v, sequence=(), dout=None, dlse=None):
     rows = lambda x: np.asarray(x, np.float64).reshape(-1, *x.shape[-3:])
     group = spec.num_heads_q // spec.num_heads_kv
     q3, k3, v3 = rows(q), np.repeat(rows(k), group, axis=2), np.repeat(rows(v), group, axis=2)
-    mask = _visible(spec, sequence)[:, None]
+    mask = visible(spec, sequence)[:, None]
     scores = np.where(mask, _einsum("bqhd,bkhd->bhqk", q3, k3) * spec.scale, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isfinite(top), top, 0.0)
@@ -72,7 +72,7 @@ def plain(spec: AttentionSpec, q, k, v, sequence=()):
     rows = lambda x: x.reshape(-1, *x.shape[-3:])
     group = spec.num_heads_q // spec.num_heads_kv
     q3, k3, v3 = rows(q), jnp.repeat(rows(k), group, axis=2), jnp.repeat(rows(v), group, axis=2)
-    mask = jnp.asarray(_visible(spec, sequence)[:, None])
+    mask = jnp.asarray(visible(spec, sequence)[:, None])
     scores = jnp.einsum("bqhd,bkhd->bhqk", q3, k3).astype(jnp.float32) * spec.scale
     scores = jnp.where(mask, scores, -jnp.inf)
     seen = mask.any(-1)
@@ -82,9 +82,8 @@ def plain(spec: AttentionSpec, q, k, v, sequence=()):
     return out.reshape(spec.out_shape), lse.reshape(spec.lse_shape)
 
 
-# What remains where a plain computation happens to be nearly exact. In float32 that is where a query sees
-# one key: D = rowsum(dO · O), which flash attention takes apart from dP, then cancels it only up to rounding.
-FLOOR = {"float32": 2.0**-20, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+# What remains where a plain computation happens to be nearly exact.
+FLOOR = {"float32": 2.0**-22, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 
 
 def error(actual, exact) -> float:
@@ -97,8 +96,12 @@ def error(actual, exact) -> float:
     return float(np.linalg.norm(actual[finite] - exact[finite]) / norm) if norm else float(np.abs(actual[finite]).max(initial=0))
 
 
-def assert_close(actual, exact, plain, dtype, what=""):
-    """`actual` is at most 3 times as far from `exact` as `plain`, the same in plain JAX and dtype."""
-    allowed = 3 * max(error(plain, exact), FLOOR[str(jnp.dtype(dtype))])
+def assert_close(actual, exact, plain, dtype, what="", one_key=False):
+    """`actual` is at most 3 times as far from `exact` as `plain`, the same in plain JAX and dtype.
+
+    Where every query sees one key at most, dP and D = rowsum(dO · O) are equal and their difference is
+    all rounding: flash attention computes them apart, plain JAX does not.
+    """
+    allowed = 3 * max(error(plain, exact), FLOOR[str(jnp.dtype(dtype))] * (16 if one_key else 1))
     found = error(actual, exact)
     assert found <= allowed, f"{what}: error {found:.3g}, plain JAX has {error(plain, exact):.3g}"

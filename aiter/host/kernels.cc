@@ -4,10 +4,11 @@
 // the vector lanes: it is transposed once, into panels of kLanes columns. The blocks that stream past it
 // are only converted to fp32; the matrix kernel broadcasts their elements. So a score tile is always
 // [streaming rows, kLanes], small enough for the L1 cache, and needs no reduction across lanes in forward.
+#include "aiter/host/kernels.h"
+
 #include <math.h>
 #include <string.h>
 
-#include "aiter/host/kernels.h"
 #include "aiter/host/simd.h"
 
 namespace aiter_host::AITER_HOST_ISA {
@@ -18,13 +19,12 @@ static_assert(kLanes % (kTileVecs * kWidth) == 0);
 
 constexpr int64_t kForwardPanels = 8;
 constexpr int64_t kForwardQueries = kForwardPanels * kLanes;
-constexpr int64_t kForwardKeys = 64;
+constexpr int64_t kForwardKeys = 128;
 
 constexpr int64_t kBackwardPanels = 4;
 constexpr int64_t kBackwardKeys = kBackwardPanels * kLanes;
 constexpr int64_t kBackwardQueries = 64;
 static_assert(kBackwardKeys % kBackwardQueries == 0, "backward_block must be a multiple of both");
-static_assert(kLanes <= kBackwardQueries);
 
 // Leading dimensions: head dims, padded for vectors and for tiles alike.
 int64_t Pad(int64_t hdim) { return RoundUp(hdim, kWidth > kTileRows ? kWidth : kTileRows); }
@@ -53,8 +53,8 @@ int64_t QueryEnd(const Head& h, int64_t j) { return Min(h.seqlen_q, j + h.left +
 
 // Transposes rows into the lanes of one panel [ld, kLanes].
 template <typename T>
-void LoadPanel(const Rows& x, int64_t begin, int64_t end, int64_t cols, float scale, float* staging, int64_t ld,
-               float* panel) {
+void LoadPanel(const Rows& x, int64_t begin, int64_t end, int64_t cols, float scale, float* staging,
+               int64_t ld, float* panel) {
   LoadRows<T>(x, begin, Min(kLanes, end - begin), kLanes, cols, scale, staging, ld);
   TransposeBlocks(kLanes, ld, staging, ld, panel, kLanes);
 }
@@ -99,15 +99,16 @@ size_t ForwardScratch(int64_t hdim_q, int64_t hdim_v) {
 // Scores to exp(score - max), in place, with the panel's running max and sum; o is rescaled to the new max.
 // Lane l sees the rows [lo[l], hi[l]).
 template <bool kMasked>
-void OnlineSoftmax(int64_t rows, float* score, const float* lo, const float* hi, float* max, float* sum, float* o,
-                   int64_t o_rows) {
+void OnlineSoftmax(int64_t rows, float* score, const float* lo, const float* hi, float* max, float* sum,
+                   float* o, int64_t o_rows) {
   const Vec minus_inf = Set(-INFINITY);
   for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
     const Vec old_max = Load(max + lane);
     Vec new_max = old_max;
     for (int64_t r = 0; r < rows; ++r) {
       float* s = score + r * kLanes + lane;
-      if constexpr (kMasked) Store(s, Mask(Load(s), Set(float(r)), Load(lo + lane), Load(hi + lane), minus_inf));
+      if constexpr (kMasked)
+        Store(s, Mask(Load(s), Set(float(r)), Load(lo + lane), Load(hi + lane), minus_inf));
       new_max = simd::pmax(new_max, Load(s));
     }
     // A lane that has seen nothing yet subtracts 0, not -inf, so that its exponentials are zero.
@@ -138,9 +139,10 @@ void ForwardTyped(const Head& h, int64_t q_begin, float* scratch) {
 
   for (int64_t q0 = q_begin, p = 0; q0 < q_end; q0 += kLanes, ++p)
     LoadPanel<T>(h.q, q0, q_end, h.hdim_q, h.scale, buf.staging, ld_q, buf.q + p * ld_q * kLanes);
-  for (int64_t i = 0; i < kForwardQueries; ++i) buf.max[i] = -INFINITY;
-  memset(buf.sum, 0, kForwardQueries * sizeof(float));
-  memset(buf.o, 0, kForwardPanels * ld_v * kLanes * sizeof(float));
+  const int64_t lanes = RoundUp(q_end - q_begin, kLanes);
+  for (int64_t i = 0; i < lanes; ++i) buf.max[i] = -INFINITY;
+  memset(buf.sum, 0, lanes * sizeof(float));
+  memset(buf.o, 0, lanes * ld_v * sizeof(float));
 
   const int64_t k_end = KeyEnd(h, q_end - 1);
   for (int64_t k0 = KeyBegin(h, q_begin); k0 < k_end; k0 += kForwardKeys) {
@@ -156,8 +158,8 @@ void ForwardTyped(const Head& h, int64_t q_begin, float* scratch) {
       float* max = buf.max + p * kLanes;
       float* sum = buf.sum + p * kLanes;
 
-      Gemm<kPlain, kAssign>(rows, kLanes, h.hdim_q, buf.k + first * ld_q, ld_q, buf.q + p * ld_q * kLanes, kLanes,
-                            buf.score, kLanes);
+      Gemm<kPlain, kAssign>(rows, kLanes, h.hdim_q, buf.k + first * ld_q, ld_q, buf.q + p * ld_q * kLanes,
+                            kLanes, buf.score, kLanes);
       if (KeyBegin(h, q_last) <= k0 + first && k0 + first + rows <= KeyEnd(h, q0)) {
         OnlineSoftmax<false>(rows, buf.score, nullptr, nullptr, max, sum, o, h.hdim_v);
       } else {
@@ -168,7 +170,8 @@ void ForwardTyped(const Head& h, int64_t q_begin, float* scratch) {
         }
         OnlineSoftmax<true>(rows, buf.score, lo, hi, max, sum, o, h.hdim_v);
       }
-      Gemm<kTransposed, kAdd>(h.hdim_v, kLanes, rows, buf.v + first * ld_v, ld_v, buf.score, kLanes, o, kLanes);
+      Gemm<kTransposed, kAdd>(h.hdim_v, kLanes, rows, buf.v + first * ld_v, ld_v, buf.score, kLanes, o,
+                              kLanes);
     }
   }
 
@@ -237,15 +240,19 @@ void BackwardTyped(const Head& h, Range q, Range k, bool want_dq, bool want_dkv,
   const BackwardBuffers buf(arena, h.hdim_q, h.hdim_v);
   const int64_t ld_q = buf.ld_q, ld_v = buf.ld_v;
 
+  // delta is summed in the order of dP, so that dS is exactly zero where a query sees a single key.
   for (int64_t q0 = q.begin; want_dq && q0 < q.end; q0 += kLanes) {
-    const int64_t queries = Min(kLanes, q.end - q0);
-    LoadRows<T>(h.d_o, q0, queries, queries, h.hdim_v, 1.0f, buf.d_o, ld_v);
-    LoadRows<T>(h.o, q0, queries, queries, h.hdim_v, 1.0f, buf.staging, ld_v);
-    for (int64_t i = 0; i < queries; ++i) {
-      h.delta[q0 + i] = (Padded(buf.d_o + i * ld_v, ld_v) * Padded(buf.staging + i * ld_v, ld_v)).sum();
-      Row<float>(h.dq_sum, q0 + i, h.hdim_q).setZero();
+    LoadPanel<T>(h.d_o, q0, q.end, h.hdim_v, 1.0f, buf.staging, ld_v, buf.v);
+    LoadPanel<T>(h.o, q0, q.end, h.hdim_v, 1.0f, buf.staging, ld_v, buf.dv);
+    for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+      Vec sum = Set(0.0f);
+      for (int64_t r = 0; r < h.hdim_v; ++r)
+        sum = simd::pmadd(Load(buf.v + r * kLanes + lane), Load(buf.dv + r * kLanes + lane), sum);
+      Store(buf.score + lane, sum);
     }
+    memcpy(h.delta + q0, buf.score, Min(kLanes, q.end - q0) * sizeof(float));
   }
+  for (int64_t i = q.begin; want_dq && i < q.end; ++i) Row<float>(h.dq_sum, i, h.hdim_q).setZero();
 
   for (int64_t k0 = k.begin; k0 < k.end; k0 += kBackwardKeys) {
     const int64_t k_end = Min(k.end, k0 + kBackwardKeys);
@@ -254,9 +261,10 @@ void BackwardTyped(const Head& h, Range q, Range k, bool want_dq, bool want_dkv,
       LoadPanel<T>(h.k, kp, k_end, h.hdim_q, 1.0f, buf.staging, ld_q, buf.k + p * ld_q * kLanes);
       LoadPanel<T>(h.v, kp, k_end, h.hdim_v, 1.0f, buf.staging, ld_v, buf.v + p * ld_v * kLanes);
     }
-    LoadRows<T>(h.k, k0, k_end - k0, kBackwardKeys, h.hdim_q, h.scale, buf.k_rows, ld_q);
-    memset(buf.dk, 0, ld_q * kBackwardKeys * sizeof(float));
-    memset(buf.dv, 0, ld_v * kBackwardKeys * sizeof(float));
+    const int64_t lanes = RoundUp(k_end - k0, kLanes);
+    LoadRows<T>(h.k, k0, k_end - k0, lanes, h.hdim_q, h.scale, buf.k_rows, ld_q);
+    memset(buf.dk, 0, lanes * ld_q * sizeof(float));
+    memset(buf.dv, 0, lanes * ld_v * sizeof(float));
 
     const int64_t q_end = Min(q.end, QueryEnd(h, k_end - 1));
     int64_t q0 = Max(q.begin, QueryBegin(h, k0) / kBackwardQueries * kBackwardQueries);
@@ -284,12 +292,14 @@ void BackwardTyped(const Head& h, Range q, Range k, bool want_dq, bool want_dkv,
         else
           ScoreGradient<true>(h, rows, q_first, kp, buf.score, buf.dscore);
         if (want_dkv) {
-          Gemm<kTransposed, kAdd>(h.hdim_v, kLanes, rows, do_rows, ld_v, buf.score, kLanes, buf.dv + vo, kLanes);
-          Gemm<kTransposed, kAdd>(h.hdim_q, kLanes, rows, q_rows, ld_q, buf.dscore, kLanes, buf.dk + qk, kLanes);
+          Gemm<kTransposed, kAdd>(h.hdim_v, kLanes, rows, do_rows, ld_v, buf.score, kLanes, buf.dv + vo,
+                                  kLanes);
+          Gemm<kTransposed, kAdd>(h.hdim_q, kLanes, rows, q_rows, ld_q, buf.dscore, kLanes, buf.dk + qk,
+                                  kLanes);
         }
         if (want_dq)
-          Gemm<kPlain, kAdd>(rows, ld_q, kLanes, buf.dscore, kLanes, buf.k_rows + qk, ld_q, buf.dq + first * ld_q,
-                             ld_q);
+          Gemm<kPlain, kAdd>(rows, ld_q, kLanes, buf.dscore, kLanes, buf.k_rows + qk, ld_q,
+                             buf.dq + first * ld_q, ld_q);
       }
       for (int64_t i = 0; want_dq && i < queries; ++i)
         Row<float>(h.dq_sum, q0 + i, h.hdim_q) += Padded(buf.dq + i * ld_q, h.hdim_q);
@@ -307,17 +317,23 @@ void BackwardTyped(const Head& h, Range q, Range k, bool want_dq, bool want_dkv,
 
 void Forward(const Head& h, int64_t q_begin, float* scratch) {
   switch (h.dtype) {
-    case DType::kF32: return ForwardTyped<float>(h, q_begin, scratch);
-    case DType::kF16: return ForwardTyped<Eigen::half>(h, q_begin, scratch);
-    case DType::kBF16: return ForwardTyped<Eigen::bfloat16>(h, q_begin, scratch);
+    case DType::kF32:
+      return ForwardTyped<float>(h, q_begin, scratch);
+    case DType::kF16:
+      return ForwardTyped<Eigen::half>(h, q_begin, scratch);
+    case DType::kBF16:
+      return ForwardTyped<Eigen::bfloat16>(h, q_begin, scratch);
   }
 }
 
 void Backward(const Head& h, Range q, Range k, bool want_dq, bool want_dkv, float* scratch) {
   switch (h.dtype) {
-    case DType::kF32: return BackwardTyped<float>(h, q, k, want_dq, want_dkv, scratch);
-    case DType::kF16: return BackwardTyped<Eigen::half>(h, q, k, want_dq, want_dkv, scratch);
-    case DType::kBF16: return BackwardTyped<Eigen::bfloat16>(h, q, k, want_dq, want_dkv, scratch);
+    case DType::kF32:
+      return BackwardTyped<float>(h, q, k, want_dq, want_dkv, scratch);
+    case DType::kF16:
+      return BackwardTyped<Eigen::half>(h, q, k, want_dq, want_dkv, scratch);
+    case DType::kBF16:
+      return BackwardTyped<Eigen::bfloat16>(h, q, k, want_dq, want_dkv, scratch);
   }
 }
 
@@ -325,7 +341,12 @@ void Backward(const Head& h, Range q, Range k, bool want_dq, bool want_dkv, floa
 
 #define AITER_HOST_STRING(x) #x
 #define AITER_HOST_NAME(x) AITER_HOST_STRING(x)
-extern const Kernels kKernels = {AITER_HOST_NAME(AITER_HOST_ISA), kForwardQueries, ForwardScratch, Forward,
-                                 kBackwardKeys, BackwardScratch, Backward};
+extern const Kernels kKernels = {AITER_HOST_NAME(AITER_HOST_ISA),
+                                 kForwardQueries,
+                                 ForwardScratch,
+                                 Forward,
+                                 kBackwardKeys,
+                                 BackwardScratch,
+                                 Backward};
 
 }  // namespace aiter_host::AITER_HOST_ISA

@@ -1,11 +1,13 @@
 // AITER's attention entry points on a CPU: checks a request, finds its sequences, and divides the work.
 #include "aiter/host/mha_host.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "aiter/host/executor.h"
@@ -31,14 +33,15 @@ using aiter_contract::mha_bwd_args;
 using aiter_contract::mha_fwd_args;
 using aiter_contract::stream_config;
 
-constexpr float kUnsupported = -1.0f;
+constexpr float kSuccess = 0.0f, kUnsupported = -1.0f;
 
 // The kernels this CPU can run, best first.
 const std::vector<const Kernels*>& AvailableKernels() {
   static const std::vector<const Kernels*> available = [] {
     std::vector<const Kernels*> list;
 #ifdef AITER_HOST_X86
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (avx512) list.push_back(&avx512::kKernels);
@@ -64,118 +67,138 @@ bool ParseDType(const std::string& name, DType* dtype) {
   return false;
 }
 
-int64_t SizeOf(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
-
-// What both directions refuse.
-template <typename Args>
-bool Supported(const Args& a, const stream_config& stream) {
-  DType dtype;
-  return ParseDType(a.data_type, &dtype) && stream.stream_id_ && !a.v3_api_check &&
-         a.bias_type == aiter_contract::kBiasNone && !(a.p_drop > 0) && !a.sink_ptr &&
-         a.mask_type >= aiter_contract::kMaskNone && a.mask_type <= aiter_contract::kMaskWindowGeneric &&
-         a.hdim_q > 0 && a.hdim_v > 0 && a.nhead_k > 0 && a.nhead_q % a.nhead_k == 0 &&
-         (!a.is_group_mode || (a.seqstart_q_ptr && a.seqstart_k_ptr));
-}
-
-// A run of rows in a tensor: `batch` selects by batch stride (0 in group mode).
+// A run of rows in a tensor: those of one sequence, or of none.
 struct Span {
-  int64_t batch, begin, size;
+  int64_t batch, begin, size;  // group mode has one batch, 0
 };
 
-// Which rows are sequences (one span per sequence), and which belong to none.
+// The rows of queries or of keys: one span per sequence, and what lies between them.
 struct Side {
   std::vector<Span> sequences, gaps;
 };
 
-Side FindSequences(bool is_group_mode, int64_t batch, int64_t seqlen, const void* seqstart_ptr, const void* cu_ptr,
-                   const void* seqlen_ptr) {
+Side FindSequences(bool is_group_mode, int64_t batch, int64_t seqlen, const void* seqstart_ptr,
+                   const void* cu_seqlen_ptr, const void* seqlen_ptr) {
   const auto* seqstart = static_cast<const int32_t*>(seqstart_ptr);
-  const auto* cu_seqlen = static_cast<const int32_t*>(cu_ptr);
+  const auto* cu_logical = static_cast<const int32_t*>(cu_seqlen_ptr);
   const auto* logical = static_cast<const int32_t*>(seqlen_ptr);
   Side side;
   auto add_gap = [&](int64_t b, int64_t begin, int64_t end) {
     constexpr int64_t kRowsPerTask = 256;
-    for (; begin < end; begin += kRowsPerTask) side.gaps.push_back({b, begin, std::min(kRowsPerTask, end - begin)});
+    for (; begin < end; begin += kRowsPerTask)
+      side.gaps.push_back({b, begin, std::min(kRowsPerTask, end - begin)});
   };
-  if (is_group_mode) add_gap(0, 0, batch > 0 ? seqstart[0] : seqlen);
+  int64_t covered = 0;  // rows of a group accounted for
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t index = is_group_mode ? 0 : b;
     const int64_t begin = is_group_mode ? seqstart[b] : 0;
     const int64_t end = is_group_mode ? seqstart[b + 1] : seqlen;
     int64_t size = end - begin;
-    if (cu_seqlen)
-      size = std::min<int64_t>(size, cu_seqlen[b + 1] - cu_seqlen[b]);
+    if (cu_logical)
+      size = std::min<int64_t>(size, cu_logical[b + 1] - cu_logical[b]);
     else if (logical)
       size = std::min<int64_t>(size, logical[b]);
+    size = std::max<int64_t>(size, 0);
+    const int64_t index = is_group_mode ? 0 : b;
     side.sequences.push_back({index, begin, size});
-    add_gap(index, begin + size, end);
+    if (is_group_mode) {
+      add_gap(0, covered, begin);
+      covered = begin + size;
+    } else {
+      add_gap(b, size, seqlen);
+    }
   }
-  if (is_group_mode && batch > 0) add_gap(0, seqstart[batch], seqlen);
+  if (is_group_mode) add_gap(0, covered, seqlen);
   return side;
 }
 
-template <typename Args>
-Side FindQueries(const Args& a) {
-  return FindSequences(a.is_group_mode, a.batch, a.seqlen_q, a.seqstart_q_ptr, a.cu_seqlen_q_ptr, a.seqlen_q_ptr);
-}
-
-template <typename Args>
-Side FindKeys(const Args& a) {
-  return FindSequences(a.is_group_mode, a.batch, a.seqlen_k, a.seqstart_k_ptr, a.cu_seqlen_k_ptr, a.seqlen_k_ptr);
-}
-
-// A tensor [batch, row, head, hdim] of `size`-byte elements, any strides.
+// A tensor [batch, row, head, hdim] of `size`-byte elements, with any strides but the last.
 struct Tensor {
   void* data;
   int64_t size, batch_stride, row_stride, head_stride;
+
+  Tensor(const void* data, int64_t size, int64_t batch_stride, int64_t row_stride, int64_t head_stride)
+      : data(const_cast<void*>(data)),
+        size(size),
+        batch_stride(batch_stride),
+        row_stride(row_stride),
+        head_stride(head_stride) {}
 
   Rows At(const Span& span, int64_t head) const {
     const int64_t offset = span.batch * batch_stride + span.begin * row_stride + head * head_stride;
     return {static_cast<char*>(data) + offset * size, row_stride};
   }
-  void Fill(const Span& span, int64_t heads, int64_t hdim, float value) const {
+  float* FloatsAt(const Span& span, int64_t head) const { return static_cast<float*>(At(span, head).data); }
+
+  void Zero(const Span& span, int64_t heads, int64_t hdim) const {
     for (int64_t head = 0; head < heads; ++head) {
       const Rows rows = At(span, head);
-      for (int64_t i = 0; i < span.size; ++i) {
-        char* row = static_cast<char*>(rows.data) + i * row_stride * size;
-        if (value == 0)
-          std::memset(row, 0, hdim * size);
-        else
-          std::fill_n(reinterpret_cast<float*>(row), hdim, value);
-      }
+      for (int64_t i = 0; i < span.size; ++i)
+        std::memset(static_cast<char*>(rows.data) + i * row_stride * size, 0, hdim * size);
     }
   }
 };
 
-Tensor MakeTensor(const void* data, int64_t size, int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
-  return {const_cast<void*>(data), size, batch_stride, row_stride, head_stride};
-}
-
+// What forward and backward have in common.
 template <typename Args>
-void SetWindow(const Args& a, Head* head) {
-  constexpr int64_t kUnbounded = int64_t{1} << 40;
-  const int64_t left = a.window_size_left, right = a.window_size_right;
-  switch (a.mask_type) {
-    case aiter_contract::kMaskNone:
-      head->left = head->right = kUnbounded;
-      break;
-    case aiter_contract::kMaskWindowGeneric:
-      head->left = left - 1;
-      head->right = right - 1;
-      break;
-    default: {
-      const bool bottom_right = a.mask_type == aiter_contract::kMaskBottomRight;
-      const int64_t diagonal = bottom_right ? head->seqlen_k - head->seqlen_q : 0;
-      head->left = left < 0 ? kUnbounded : left - diagonal;
-      head->right = right < 0 ? kUnbounded : right + diagonal;
-    }
-  }
-}
+struct Problem {
+  const Args& args;
+  DType dtype = DType::kF32;
+  bool known_dtype = ParseDType(args.data_type, &dtype);
+  int64_t size = dtype == DType::kF32 ? 4 : 2;
+  int64_t heads = args.nhead_q;
+  Tensor q{args.q_ptr, size, args.batch_stride_q, args.stride_q, args.nhead_stride_q};
+  Tensor k{args.k_ptr, size, args.batch_stride_k, args.stride_k, args.nhead_stride_k};
+  Tensor v{args.v_ptr, size, args.batch_stride_v, args.stride_v, args.nhead_stride_v};
+  Tensor o{args.o_ptr, size, args.batch_stride_o, args.stride_o, args.nhead_stride_o};
+  Side queries, keys;
 
-// How many keys the queries of a sequence see, roughly: full rectangles bounded by the window.
+  explicit Problem(const Args& a) : args(a) {}
+
+  bool Supported(const stream_config& stream) const {
+    return known_dtype && stream.stream_id_ && !args.v3_api_check &&
+           args.bias_type == aiter_contract::kBiasNone && !(args.p_drop > 0) && !args.sink_ptr &&
+           args.mask_type >= aiter_contract::kMaskNone &&
+           args.mask_type <= aiter_contract::kMaskWindowGeneric && args.hdim_q > 0 && args.hdim_v > 0 &&
+           args.nhead_k > 0 && args.nhead_q % args.nhead_k == 0 &&
+           (!args.is_group_mode || (args.seqstart_q_ptr && args.seqstart_k_ptr));
+  }
+
+  void FindRows() {
+    queries = FindSequences(args.is_group_mode, args.batch, args.seqlen_q, args.seqstart_q_ptr,
+                            args.cu_seqlen_q_ptr, args.seqlen_q_ptr);
+    keys = FindSequences(args.is_group_mode, args.batch, args.seqlen_k, args.seqstart_k_ptr,
+                         args.cu_seqlen_k_ptr, args.seqlen_k_ptr);
+  }
+
+  Head MakeHead(int64_t sequence, int64_t head, float scale) const {
+    const Span &sq = queries.sequences[sequence], &sk = keys.sequences[sequence];
+    const int64_t head_k = head / (heads / args.nhead_k);
+    Head h{};
+    h.dtype = dtype;
+    h.seqlen_q = sq.size, h.seqlen_k = sk.size;
+    h.hdim_q = args.hdim_q, h.hdim_v = args.hdim_v;
+    h.scale = scale;
+    h.q = q.At(sq, head), h.k = k.At(sk, head_k), h.v = v.At(sk, head_k), h.o = o.At(sq, head);
+
+    constexpr int64_t kUnbounded = int64_t{1} << 40;
+    const int64_t left = args.window_size_left, right = args.window_size_right;
+    if (args.mask_type == aiter_contract::kMaskNone) {
+      h.left = h.right = kUnbounded;
+    } else if (args.mask_type == aiter_contract::kMaskWindowGeneric) {  // keys (i - left, i + right)
+      h.left = left - 1, h.right = right - 1;
+    } else {
+      const int64_t diagonal = args.mask_type == aiter_contract::kMaskBottomRight ? sk.size - sq.size : 0;
+      h.left = left < 0 ? kUnbounded : left - diagonal;
+      h.right = right < 0 ? kUnbounded : right + diagonal;
+    }
+    return h;
+  }
+};
+
+// How many scores a head has, roughly.
 double Cost(const Head& h) {
-  const double visible = std::min<double>(h.seqlen_k, std::max<double>(0, double(h.left) + double(h.right) + 1));
-  return double(h.seqlen_q) * visible;
+  return double(h.seqlen_q) *
+         std::min(double(h.seqlen_k), std::max(0.0, double(h.left) + double(h.right) + 1));
 }
 
 // Runs task(0) … task(n - 1) on all threads, each with its own scratch. Threads take the next task when they
@@ -248,135 +271,117 @@ namespace aiter_contract {
 using namespace aiter_host;
 
 float mha_fwd(const mha_fwd_args& a, const stream_config& stream) {
-  if (!Supported(a, stream) || a.qscale_type != 0 || a.has_sink || a.sink_size > 0 || a.logits_soft_cap > 0 ||
-      a.s_randval || (a.has_lse && !a.lse_ptr))
+  Problem<mha_fwd_args> problem(a);
+  if (!problem.Supported(stream) || a.qscale_type != 0 || a.has_sink || a.sink_size > 0 ||
+      a.logits_soft_cap > 0 || a.s_randval || (a.has_lse && !a.lse_ptr && a.seqlen_q > 0))
     return kUnsupported;
 
-  DType dtype;
-  ParseDType(a.data_type, &dtype);
-  const int64_t size = SizeOf(dtype);
-  const Tensor q = MakeTensor(a.q_ptr, size, a.batch_stride_q, a.stride_q, a.nhead_stride_q);
-  const Tensor k = MakeTensor(a.k_ptr, size, a.batch_stride_k, a.stride_k, a.nhead_stride_k);
-  const Tensor v = MakeTensor(a.v_ptr, size, a.batch_stride_v, a.stride_v, a.nhead_stride_v);
-  const Tensor o = MakeTensor(a.o_ptr, size, a.batch_stride_o, a.stride_o, a.nhead_stride_o);
-  const Tensor lse = MakeTensor(a.lse_ptr, sizeof(float), a.batch_stride_lse, 1, a.nhead_stride_lse);
-
   const Kernels& kernels = CurrentKernels();
-  const Side queries = FindQueries(a), keys = FindKeys(a);
-  const Division tasks(queries.sequences, a.nhead_q, kernels.forward_block);
-  const int64_t heads = a.nhead_q, computed = tasks.size(), gaps = queries.gaps.size();
+  problem.FindRows();
+  const Side& queries = problem.queries;
+  const Tensor lse(a.lse_ptr, sizeof(float), a.batch_stride_lse, 1, a.nhead_stride_lse);
+  const Division pieces(queries.sequences, a.nhead_q, kernels.forward_block);
 
-  RunTasks(stream, computed + gaps, kernels.forward_scratch(a.hdim_q, a.hdim_v), [&](int64_t i, float* scratch) {
-    if (i >= computed) {
-      const Span& gap = queries.gaps[i - computed];
-      o.Fill(gap, heads, a.hdim_v, 0.0f);
-      if (a.has_lse) lse.Fill(gap, heads, 1, -INFINITY);
-      return;
-    }
-    const auto [sequence, head, rows] = tasks[i];
-    const int64_t head_k = head / (heads / a.nhead_k);
-    const Span &sq = queries.sequences[sequence], &sk = keys.sequences[sequence];
-    Head h{};
-    h.dtype = dtype;
-    h.seqlen_q = sq.size, h.seqlen_k = sk.size, h.hdim_q = a.hdim_q, h.hdim_v = a.hdim_v;
-    h.scale = a.scale_s;
-    SetWindow(a, &h);
-    h.q = q.At(sq, head), h.k = k.At(sk, head_k), h.v = v.At(sk, head_k), h.o = o.At(sq, head);
-    h.lse = a.has_lse ? static_cast<float*>(lse.At(sq, head).data) : nullptr;
-    kernels.forward(h, rows.begin, scratch);
-  });
-  return 0.0f;
+  RunTasks(stream, pieces.size() + queries.gaps.size(), kernels.forward_scratch(a.hdim_q, a.hdim_v),
+           [&](int64_t task, float* scratch) {
+             if (task < pieces.size()) {
+               const auto [sequence, head, rows] = pieces[task];
+               Head h = problem.MakeHead(sequence, head, a.scale_s);
+               if (a.has_lse) h.lse = lse.FloatsAt(queries.sequences[sequence], head);
+               kernels.forward(h, rows.begin, scratch);
+             } else {
+               const Span& gap = queries.gaps[task - pieces.size()];
+               problem.o.Zero(gap, a.nhead_q, a.hdim_v);
+               for (int64_t head = 0; a.has_lse && head < a.nhead_q; ++head)
+                 std::fill_n(lse.FloatsAt(gap, head), gap.size, -INFINITY);
+             }
+           });
+  return kSuccess;
 }
 
 float mha_bwd(const mha_bwd_args& a, const stream_config& stream) {
-  if (!Supported(a, stream) || a.has_dbias || a.has_dropout || a.is_store_randval || a.d_sink_ptr) return kUnsupported;
+  Problem<mha_bwd_args> problem(a);
+  if (!problem.Supported(stream) || a.has_dbias || a.has_dropout || a.is_store_randval || a.d_sink_ptr ||
+      (!(a.lse_ptr && a.d_ptr) && a.seqlen_q > 0))
+    return kUnsupported;
 
-  DType dtype;
-  ParseDType(a.data_type, &dtype);
-  const int64_t size = SizeOf(dtype), heads = a.nhead_q;
-  const Tensor q = MakeTensor(a.q_ptr, size, a.batch_stride_q, a.stride_q, a.nhead_stride_q);
-  const Tensor k = MakeTensor(a.k_ptr, size, a.batch_stride_k, a.stride_k, a.nhead_stride_k);
-  const Tensor v = MakeTensor(a.v_ptr, size, a.batch_stride_v, a.stride_v, a.nhead_stride_v);
-  const Tensor o = MakeTensor(a.o_ptr, size, a.batch_stride_o, a.stride_o, a.nhead_stride_o);
-  const Tensor d_o = MakeTensor(a.do_ptr, size, a.batch_stride_do, a.stride_do, a.nhead_stride_do);
-  const Tensor dq = MakeTensor(a.dq_ptr, size, a.batch_stride_dq, a.stride_dq, a.nhead_stride_dq);
-  const Tensor dk = MakeTensor(a.dk_ptr, size, a.batch_stride_dk, a.stride_dk, a.nhead_stride_dk);
-  const Tensor dv = MakeTensor(a.dv_ptr, size, a.batch_stride_dv, a.stride_dv, a.nhead_stride_dv);
-  const Tensor lse = MakeTensor(a.lse_ptr, sizeof(float), a.batch_stride_lsed, 1, a.nhead_stride_lsed);
-  const Tensor delta = MakeTensor(a.d_ptr, sizeof(float), a.batch_stride_lsed, 1, a.nhead_stride_lsed);
-
+  const int64_t size = problem.size, heads = a.nhead_q;
+  const Tensor d_o(a.do_ptr, size, a.batch_stride_do, a.stride_do, a.nhead_stride_do);
+  const Tensor dq(a.dq_ptr, size, a.batch_stride_dq, a.stride_dq, a.nhead_stride_dq);
+  const Tensor dk(a.dk_ptr, size, a.batch_stride_dk, a.stride_dk, a.nhead_stride_dk);
+  const Tensor dv(a.dv_ptr, size, a.batch_stride_dv, a.stride_dv, a.nhead_stride_dv);
+  const Tensor lse(a.lse_ptr, sizeof(float), a.batch_stride_lsed, 1, a.nhead_stride_lsed);
+  const Tensor delta(a.d_ptr, sizeof(float), a.batch_stride_lsed, 1, a.nhead_stride_lsed);
   Tensor dq_sum = dq;
   if (const size_t bytes = mha_bwd_workspace_bytes(a)) {
     void* workspace = a.workspace_alloc ? a.workspace_alloc(bytes, /*zero_init=*/false) : nullptr;
     if (!workspace) return kUnsupported;
     const int64_t head_stride = int64_t{a.seqlen_q} * a.hdim_q;
-    dq_sum = MakeTensor(workspace, sizeof(float), heads * head_stride, a.hdim_q, head_stride);
+    dq_sum = Tensor(workspace, sizeof(float), heads * head_stride, a.hdim_q, head_stride);
   }
 
   const Kernels& kernels = CurrentKernels();
-  const Side queries = FindQueries(a), keys = FindKeys(a);
+  problem.FindRows();
+  const Side &queries = problem.queries, &keys = problem.keys;
   auto make_head = [&](int64_t sequence, int64_t head) {
-    const int64_t head_k = head / (heads / a.nhead_k);
     const Span &sq = queries.sequences[sequence], &sk = keys.sequences[sequence];
-    Head h{};
-    h.dtype = dtype;
-    h.seqlen_q = sq.size, h.seqlen_k = sk.size, h.hdim_q = a.hdim_q, h.hdim_v = a.hdim_v;
-    h.scale = a.scale;
-    SetWindow(a, &h);
-    h.q = q.At(sq, head), h.k = k.At(sk, head_k), h.v = v.At(sk, head_k), h.o = o.At(sq, head);
-    h.lse = static_cast<float*>(lse.At(sq, head).data);
-    h.d_o = d_o.At(sq, head), h.dq = dq.At(sq, head), h.dk = dk.At(sk, head), h.dv = dv.At(sk, head);
-    h.dq_sum = dq_sum.At(sq, head);
-    h.delta = static_cast<float*>(delta.At(sq, head).data);
+    Head h = problem.MakeHead(sequence, head, a.scale);
+    h.lse = lse.FloatsAt(sq, head), h.delta = delta.FloatsAt(sq, head);
+    h.d_o = d_o.At(sq, head), h.dq = dq.At(sq, head), h.dq_sum = dq_sum.At(sq, head);
+    h.dk = dk.At(sk, head), h.dv = dv.At(sk, head);
     return h;
   };
   const size_t scratch_floats = kernels.backward_scratch(a.hdim_q, a.hdim_v);
 
-  // One task per sequence and head computes its P once for all three gradients. Where that leaves threads idle,
-  // P is computed twice: for dq in blocks of queries, then for dk and dv in blocks of keys.
-  double total = 0, longest = 0;
-  for (int64_t s = 0; s < int64_t(queries.sequences.size()); ++s) {
-    const double cost = Cost(make_head(s, 0));
-    total += cost * heads;
-    longest = std::max(longest, cost);
-  }
-  const double threads = std::max<int64_t>(1, static_cast<Executor*>(stream.stream_id_)->num_threads());
-  const bool divide = longest > 0 && std::ceil(total / longest / threads) * longest > 1.5 * total / threads;
-
-  const int64_t gaps_q = queries.gaps.size(), gaps_k = keys.gaps.size();
-  auto fill_gap = [&](int64_t i) {
-    if (i < gaps_q) {
-      dq.Fill(queries.gaps[i], heads, a.hdim_q, 0.0f);
-      delta.Fill(queries.gaps[i], heads, 1, 0.0f);
+  const int64_t gaps = queries.gaps.size() + keys.gaps.size();
+  auto zero_gap = [&](size_t i) {
+    if (i < queries.gaps.size()) {
+      const Span& gap = queries.gaps[i];
+      dq.Zero(gap, heads, a.hdim_q);
+      for (int64_t head = 0; head < heads; ++head) std::fill_n(delta.FloatsAt(gap, head), gap.size, 0.0f);
     } else {
-      dk.Fill(keys.gaps[i - gaps_q], heads, a.hdim_q, 0.0f);
-      dv.Fill(keys.gaps[i - gaps_q], heads, a.hdim_v, 0.0f);
+      const Span& gap = keys.gaps[i - queries.gaps.size()];
+      dk.Zero(gap, heads, a.hdim_q);
+      dv.Zero(gap, heads, a.hdim_v);
     }
   };
 
-  if (!divide) {
-    const int64_t computed = int64_t(queries.sequences.size()) * heads;
-    RunTasks(stream, computed + gaps_q + gaps_k, scratch_floats, [&](int64_t i, float* scratch) {
-      if (i >= computed) return fill_gap(i - computed);
-      const Head h = make_head(i / heads, i % heads);
-      kernels.backward(h, {0, h.seqlen_q}, {0, h.seqlen_k}, true, true, scratch);
-    });
-    return 0.0f;
+  // One task per sequence and head, the longest first, computes P once for all three gradients. Where that
+  // would leave threads idle, P is computed twice: for dq in blocks of queries, then for dk and dv in blocks
+  // of keys.
+  std::vector<std::pair<double, int64_t>> order;  // cost of a sequence, and its index
+  double total = 0;
+  for (size_t s = 0; s < queries.sequences.size(); ++s) {
+    order.push_back({Cost(make_head(s, 0)), s});
+    total += order.back().first * heads;
   }
-  const Division q_tasks(queries.sequences, heads, kernels.backward_block);
-  RunTasks(stream, q_tasks.size() + gaps_q + gaps_k, scratch_floats, [&](int64_t i, float* scratch) {
-    if (i >= q_tasks.size()) return fill_gap(i - q_tasks.size());
-    const auto [sequence, head, rows] = q_tasks[i];
-    const Head h = make_head(sequence, head);
-    kernels.backward(h, rows, {0, h.seqlen_k}, true, false, scratch);
-  });
-  const Division k_tasks(keys.sequences, heads, kernels.backward_block);
-  RunTasks(stream, k_tasks.size(), scratch_floats, [&](int64_t i, float* scratch) {
-    const auto [sequence, head, rows] = k_tasks[i];
-    const Head h = make_head(sequence, head);
-    kernels.backward(h, {0, h.seqlen_q}, rows, false, true, scratch);
-  });
-  return 0.0f;
+  std::sort(order.rbegin(), order.rend());
+  const double longest = order.empty() ? 0 : order[0].first;
+  const double threads = std::max<int64_t>(1, static_cast<Executor*>(stream.stream_id_)->num_threads());
+
+  if (longest == 0 || std::ceil(total / longest / threads) * longest <= 1.5 * total / threads) {
+    const int64_t wholes = order.size() * heads;
+    RunTasks(stream, wholes + gaps, scratch_floats, [&](int64_t task, float* scratch) {
+      if (task >= wholes) return zero_gap(task - wholes);
+      const Head h = make_head(order[task / heads].second, task % heads);
+      kernels.backward(h, {0, h.seqlen_q}, {0, h.seqlen_k}, /*want_dq=*/true, /*want_dkv=*/true, scratch);
+    });
+  } else {
+    const Division q_pieces(queries.sequences, heads, kernels.backward_block);
+    RunTasks(stream, q_pieces.size() + gaps, scratch_floats, [&](int64_t task, float* scratch) {
+      if (task >= q_pieces.size()) return zero_gap(task - q_pieces.size());
+      const auto [sequence, head, rows] = q_pieces[task];
+      const Head h = make_head(sequence, head);
+      kernels.backward(h, rows, {0, h.seqlen_k}, /*want_dq=*/true, /*want_dkv=*/false, scratch);
+    });
+    const Division k_pieces(keys.sequences, heads, kernels.backward_block);
+    RunTasks(stream, k_pieces.size(), scratch_floats, [&](int64_t task, float* scratch) {
+      const auto [sequence, head, rows] = k_pieces[task];
+      const Head h = make_head(sequence, head);
+      kernels.backward(h, {0, h.seqlen_q}, rows, /*want_dq=*/false, /*want_dkv=*/true, scratch);
+    });
+  }
+  return kSuccess;
 }
 
 }  // namespace aiter_contract

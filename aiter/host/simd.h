@@ -38,7 +38,8 @@ inline Vec Exp(const Vec& x_in) {
   const Vec shift = Set(12582912.0f + 127.0f);
   const Vec x = simd::pmax(x_in, Set(-88.0f));
   const Vec shifted = simd::pmadd(x, Set(1.44269504f), shift);
-  const Vec power = simd::preinterpret<Vec>(simd::plogical_shift_left<23>(simd::preinterpret<IntVec>(shifted)));
+  const Vec power =
+      simd::preinterpret<Vec>(simd::plogical_shift_left<23>(simd::preinterpret<IntVec>(shifted)));
   const Vec n = simd::psub(shifted, shift);
   Vec r = simd::pmadd(n, Set(-0.693359375f), x);
   r = simd::pmadd(n, Set(2.12194440e-4f), r);
@@ -53,7 +54,8 @@ inline Vec Exp(const Vec& x_in) {
 
 // C[kTileRows, kVecs vectors] = (or +=) A B, over `depth`.
 template <bool kTransA, bool kAdd, int kVecs>
-inline void Tile(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc) {
+inline void Tile(int64_t depth, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                 int64_t ldc) {
   Vec sum[kTileRows][kVecs];
 #pragma GCC unroll 8
   for (int i = 0; i < kTileRows; ++i)
@@ -90,14 +92,16 @@ void Gemm(int64_t rows, int64_t cols, int64_t depth, const float* a, int64_t lda
   int64_t j = 0;
   for (; j + kVecs * kWidth <= cols; j += kVecs * kWidth)
     for (int64_t i = 0; i < rows; i += kTileRows)
-      Tile<kTransA, kUpdate, kVecs>(depth, a + (kTransA ? i : i * lda), lda, b + j, ldb, c + i * ldc + j, ldc);
+      Tile<kTransA, kUpdate, kVecs>(depth, a + (kTransA ? i : i * lda), lda, b + j, ldb, c + i * ldc + j,
+                                    ldc);
   if constexpr (kVecs > 1) {
     if (j < cols) Gemm<kTransA, kUpdate, kVecs - 1>(rows, cols - j, depth, a, lda, b + j, ldb, c + j, ldc);
   }
 }
 
 // dst[cols, rows] = src[rows, cols]^T, both multiples of kWidth.
-inline void TransposeBlocks(int64_t rows, int64_t cols, const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+inline void TransposeBlocks(int64_t rows, int64_t cols, const float* src, int64_t ld_src, float* dst,
+                            int64_t ld_dst) {
   for (int64_t i = 0; i < rows; i += kWidth)
     for (int64_t j = 0; j < cols; j += kWidth) {
       simd::PacketBlock<Vec, kWidth> block;
@@ -117,10 +121,11 @@ inline auto Padded(float* row, int64_t cols) {
   return Eigen::Map<Eigen::ArrayXf, Eigen::AlignedMax>(row, cols);
 }
 
-// dst[count, ld] = scale * x[begin : begin + count, :cols] in fp32, zero beyond cols and down to `padded` rows.
+// dst[count, ld] = scale * x[begin : begin + count, :cols] in fp32, zero beyond cols and down to `padded`
+// rows.
 template <typename T>
-void LoadRows(const Rows& x, int64_t begin, int64_t count, int64_t padded, int64_t cols, float scale, float* dst,
-              int64_t ld) {
+void LoadRows(const Rows& x, int64_t begin, int64_t count, int64_t padded, int64_t cols, float scale,
+              float* dst, int64_t ld) {
   for (int64_t i = 0; i < count; ++i, dst += ld) {
     Padded(dst, cols) = Row<T>(x, begin + i, cols).template cast<float>() * scale;
     for (int64_t j = cols; j < ld; ++j) dst[j] = 0.0f;

@@ -34,7 +34,7 @@ def apply_attention(stock, op, arguments):
     if segment_ids is not None:
         operands.append(segment_ids)
         specs.append(segments)
-    attend = functools.partial(_attend, _attention_settings(op))
+    attend = functools.partial(_attend, _settings(op, packed=segment_ids is not None))
     # A kernel sees local arrays: under automatic partitioning XLA would gather the operands of a custom call.
     out = jax.shard_map(attend, mesh=op.mesh, in_specs=tuple(specs), out_specs=arrays, check_vma=False)(*operands)
     return out, None, None
@@ -44,16 +44,12 @@ def _attend(settings, q, k, v, segment_ids=None):
     return flash_attention(q, k, v, segment_ids=segment_ids, **settings)
 
 
-def _attention_settings(op):
+def _settings(op, packed):
     provider = getattr(op.config, "aiter_attention_provider", "auto")
-    max_segments = op.config.max_segments_per_seq
-    packed = {"max_segments": max_segments} if max_segments > 0 else {}
-    return {
-        "causal": True,
-        "scale": 1.0,
-        "provider": None if provider == "auto" else provider,
-        **packed,
-    }
+    settings = {"causal": True, "scale": 1.0, "provider": None if provider == "auto" else provider}
+    if packed and op.config.max_segments_per_seq > 0:
+        settings["max_segments"] = op.config.max_segments_per_seq
+    return settings
 
 
 @functools.cache

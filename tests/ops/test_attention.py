@@ -41,7 +41,7 @@ def _value_and_gradients(function, q, k, v, dout, dlse):
 
 def _assert_same(actual, expected, dtype="float32"):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert error(a, e) <= 4 * FLOOR[dtype]
+        assert error(a, e) <= 16 * FLOOR[dtype]
 
 
 @pytest.mark.parametrize("provider", (None, "xla"))
@@ -54,7 +54,7 @@ def test_gradients_flow_through_out_and_lse(name, provider, rng):
     function = _call(case, provider=provider)
     for run in (_value_and_gradients, jax.jit(_value_and_gradients, static_argnums=0)):
         for actual, truth in zip(run(function, q, k, v, dout, dlse), exact):
-            assert error(actual, truth) < 4 * FLOOR["float32"]
+            assert error(actual, truth) < 16 * FLOOR["float32"]
 
 
 def test_half_of_the_outputs_may_be_used(rng):
@@ -89,7 +89,7 @@ def test_partial_results_merge(rng):
         out, vjp = jax.vjp(function, q, k, v)
         exact = reference(case.spec("float32"), q, k, v, (), dout)
         for actual, truth in zip((out, *vjp(dout)), (exact[0], *exact[2:])):
-            assert error(actual, truth) < 4 * FLOOR["float32"]
+            assert error(actual, truth) < 16 * FLOOR["float32"]
 
 
 @pytest.mark.parametrize("name", ("group2", "segments"))
